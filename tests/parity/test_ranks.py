@@ -363,6 +363,6 @@ def test_a_failed_read_of_one_rank_ends_the_engine(rank, heard, options, spac, c
     assert done.returncode != 0 and "SURVIVED" not in said
     assert "is not what was packed (checksum or header differ)" in said
     if spac:
-        assert ("another rank cannot read its experts any more" in said) is (rank != heard)
+        assert "another rank cannot read its experts any more" in said or rank == heard
     else:
         assert (f"(rank {rank} of 2); its process ends, and the engine with it" in said) is (rank != heard)
