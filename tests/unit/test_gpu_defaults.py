@@ -58,6 +58,7 @@ def started(knobs: dict, *, of: SimpleNamespace | None = None, **options) -> tup
 def arguments(knobs: dict, of: SimpleNamespace, **options) -> SimpleNamespace:
     usual = {"enable_expert_parallel": False, "moe_backend": "auto", "quantization": None, "speculative_config": None}
     usual |= {"tensor_parallel_size": 1, "enable_lora": False, "pipeline_parallel_size": 1, "data_parallel_size": 1}
+    usual |= {"nnodes": 1}
     return SimpleNamespace(
         additional_config={"spac": knobs, "other": 1},
         create_model_config=lambda: of,
@@ -101,6 +102,11 @@ def test_what_pointers_cannot_do_is_done_with_slots_and_the_log_says_why(gpu, ca
     config, passed = started(knobs, of=model())
     assert config.execution_name == "slots" and passed == {**knobs, "plane": "slots"}
     assert "spac: plane=slots: " in caplog.text and reason in caplog.text
+
+
+def test_several_machines_take_slots(gpu, caplog) -> None:
+    assert started({}, of=model(), nnodes=2, tensor_parallel_size=2)[0].execution_name == "slots"
+    assert "2 machines" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,8 @@ def _of_engine(engine_args: EngineArgs, config: SpacConfig) -> str | None:
         return "each expert has a slot"
     if config.parsed_budget.alpha is not None:
         return "with plane=pointers, votes=path (--spac-budget) ran on a GPU without CUDA graphs only"
+    if engine_args.nnodes > 1:
+        return f"{engine_args.nnodes} machines, of whose ranks none learns in time that another's read has failed"
     given = engine_args.additional_config["spac"]
     refused = dict(refused_of(given))
     # Others gave stock's tokens on no GPU where the device decides, in CUDA graphs.
