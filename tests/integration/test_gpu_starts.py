@@ -253,11 +253,11 @@ def test_drafts_do_not_go_with_pipeline_stages(folder, tmp_path) -> None:
     assert len(refused) == 1 and "--pipeline-parallel-size 2 with drafts" in refused[0] and start.spac is not None
 
 
-def test_quantised_experts_are_not_divided(folder, tmp_path) -> None:
+def test_quantised_experts_are_divided(folder, tmp_path) -> None:
     flags = "--tensor-parallel-size 2 --enable-expert-parallel"
     start, refused = accepted(RTX3090, folder("zai-org/GLM-4.5-Air-FP8"), flags, tmp_path)
-    assert len(refused) == 1 and "with quantised experts" in refused[0]
-    assert start.config.parallel_config.tensor_parallel_size == 2 and start.spac is not None
+    assert refused == [] and start.spac is not None
+    assert start.config.parallel_config.tensor_parallel_size == 2
 
 
 NGRAM = """--speculative-config '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}'"""
