@@ -161,7 +161,7 @@ def refusal(state: State) -> SpacError | None:
             check(config, {name: value for name, value in settings.items() if name not in knobs})
     except SpacError as error:
         return error
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         return OfVllm(str(error))
     return None
 
