@@ -297,7 +297,7 @@ def stores(model: ServedModel, machine: PlannedMachine, percent: int, tokens: in
     if machine.gpu and machine.link is not None and fits:
         yield "host"
     in_place = model.execution == "pointers"
-    if in_place and (fits or machine.cards):  # several ranks do not order experts from a disk
+    if in_place and fits:
         return
     if machine.disk is not None and (machine.disk_free is None or model.experts_bytes <= machine.disk_free):
         if not in_place:
