@@ -33,9 +33,16 @@ Scales are transposed, so that the rows of a tile are neighbours in memory, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+# What the kernels compute. Limits are fixed by the models that have them: GPT-OSS; DeepSeek-V4 and GLM-5.3; MiniMax-M3,
+# whose product is that of GPT-OSS over two halves, with act(gate) rounded.
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "silu_clamped", "swigluoai_uninterleave")
+_OPENAI = (7.0, 1.702, 1.0)
+_CLAMPED = {"silu": (10.0, 1.0, 0.0), "swigluoai": _OPENAI, "swigluoai_uninterleave": _OPENAI}
 
 Codes = Literal["e2m1", "int4", "int8", "e4m3"]
 MX_GROUP = 32  # columns that share an exponent in all OCP microscaling formats
@@ -83,10 +90,14 @@ class Format:
     @property
     def scale_dtype(self) -> torch.dtype:
         """Dtype of the tensor of scales."""
+        import torch  # plans, which need no torch, read the rest
+
         return torch.int32 if self.per_byte == 2 else torch.float32
 
     def weight_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns what weights are rounded to before rows of ``dtype`` are multiplied by them."""
+        import torch
+
         return dtype if self.activations is None else torch.float32
 
     @property
@@ -113,3 +124,16 @@ class Format:
         by = f"by {block}{self.group} columns" if self.group else "by channel"
         more = " with zero points" if self.zeros else "" if self.activations is None else ", rows in e4m3 too"
         return f"{self.codes} {by}{more}"
+
+
+def activation_of(name: str, limit: float | None, alpha: float | None, beta: float | None) -> str | None:
+    """Returns which of ``ACTIVATIONS`` is vLLM's activation ``name`` with these parameters; None: none of them.
+
+    Args:
+        limit, alpha, beta: as of vLLM's layer of experts; None where it has none, or leaves it to the kernel.
+    """
+    given = (limit or None, alpha, beta)
+    if name in ("silu", "gelu", "gelu_tanh") and given[0] is None:
+        return name if given[1:] in ((None, None), (1.0, 0.0)) else None
+    fits = all(value in (None, fixed) for value, fixed in zip(given, _CLAMPED.get(name, ()), strict=False))
+    return ("silu_clamped" if name == "silu" else name) if name in _CLAMPED and fits else None

@@ -48,9 +48,9 @@ from triton.language.extra import libdevice
 from .combine import combine
 from .dequantise import multiply, quantise, row_scale, scale_of_row, scaled
 from .fetch import check_fills, early_at, early_or, expert_at, fill_rows
-from .formats import Format
+from .formats import ACTIVATIONS, Format
 from .route import FEW, MAX_EXPERTS, align, block_of, chunk_for, count, counted_pairs
-from .types import ACTIVATIONS, ADMITTED, HIT, Early, Fills, Pieces, Quantised, block_bound, lanes
+from .types import ADMITTED, HIT, Early, Fills, Pieces, Quantised, block_bound, lanes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # bytes; a hint to the compiler, which then loads 16 bytes at once

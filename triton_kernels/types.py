@@ -10,24 +10,6 @@ from .formats import Format
 
 UNUSED, HIT, STREAMED, ADMITTED = -1, 0, 1, 2  # how an expert was reached in a step
 COMPUTED, LATE = 3, 4  # by the CPU, see ``mailbox``; was to be, and the device streamed it in the end
-# What the kernels compute. Limits are fixed by the models that have them: GPT-OSS; DeepSeek-V4 and GLM-5.3; MiniMax-M3,
-# whose product is that of GPT-OSS over two halves, with act(gate) rounded.
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swigluoai", "silu_clamped", "swigluoai_uninterleave")
-_OPENAI = (7.0, 1.702, 1.0)
-_CLAMPED = {"silu": (10.0, 1.0, 0.0), "swigluoai": _OPENAI, "swigluoai_uninterleave": _OPENAI}
-
-
-def activation_of(name: str, limit: float | None, alpha: float | None, beta: float | None) -> str | None:
-    """Returns which of ``ACTIVATIONS`` is vLLM's activation ``name`` with these parameters; None: none of them.
-
-    Args:
-        limit, alpha, beta: as of vLLM's layer of experts; None where it has none, or leaves it to the kernel.
-    """
-    given = (limit or None, alpha, beta)
-    if name in ("silu", "gelu", "gelu_tanh") and given[0] is None:
-        return name if given[1:] in ((None, None), (1.0, 0.0)) else None
-    fits = all(value in (None, fixed) for value, fixed in zip(given, _CLAMPED.get(name, ()), strict=False))
-    return ("silu_clamped" if name == "silu" else name) if name in _CLAMPED and fits else None
 
 
 class Blocks(NamedTuple):

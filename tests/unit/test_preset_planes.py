@@ -48,7 +48,7 @@ def landed(knobs: Mapping[str, Any]) -> tuple[str, str]:
     config = SpacConfig.parse(dict(knobs))
     if config.has_workers:
         return "workers", ""
-    args = type("Args", (), {"additional_config": {"spac": dict(knobs)}})()
+    args = type("Args", (), {"additional_config": {"spac": dict(knobs)}, "nnodes": 1})()
     reason = gpu_defaults._of_engine(args, config)
     return ("pointers", "") if reason is None else ("slots", reason)
 

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..formats import Format
-from ..types import ACTIVATIONS, ADMITTED, HIT, Early, Fills, Pieces, Quantised
+from ..formats import ACTIVATIONS, Format
+from ..types import ADMITTED, HIT, Early, Fills, Pieces, Quantised
 from .combine import combine
 from .dequantise import dequantise
 from .fetch import with_early
@@ -42,7 +42,7 @@ def moe(
         topk_ids: [tokens, top_k], each an index into the experts; one may occur twice in a row.
         b13: [experts, 2 * intermediate] or None.
         b2: [experts, hidden] or None.
-        activation: one of ``types.ACTIVATIONS``.
+        activation: one of ``formats.ACTIVATIONS``.
 
     Returns:
         [tokens, hidden] in float64, whatever the dtype of the inputs: rounding is left to the caller.

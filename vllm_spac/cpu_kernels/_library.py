@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from vllm_spac.errors import ConfigError, SpacError
-from vllm_spac.kernels.formats import Format
-from vllm_spac.kernels.types import ACTIVATIONS, Mail
+from vllm_spac.kernels.formats import ACTIVATIONS, Format
+from vllm_spac.kernels.types import Mail
 
 logger = logging.getLogger("vllm.spac")
 

@@ -44,7 +44,7 @@ class CpuExperts(ABC):
             it is set; a ``run`` of an exclusive executor may set it earlier, once it needs nothing of theirs any more.
 
     Args:
-        activation: one of ``kernels.types.ACTIVATIONS``.
+        activation: one of ``kernels.formats.ACTIVATIONS``.
         kernel: the kernel of the slots, if it runs on the CPU; callable from any thread.
 
     Raises:

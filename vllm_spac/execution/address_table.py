@@ -13,7 +13,8 @@ from torch import Tensor
 from vllm_spac.core import MoEShape
 from vllm_spac.errors import UnsupportedError
 from vllm_spac.execution.base import LayerFacts
-from vllm_spac.kernels.types import Early, Fills, Pieces, Quantised, activation_of
+from vllm_spac.kernels.formats import activation_of
+from vllm_spac.kernels.types import Early, Fills, Pieces, Quantised
 from vllm_spac.storage.base import ExpertStore
 
 if TYPE_CHECKING:

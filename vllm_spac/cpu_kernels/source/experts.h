@@ -5,7 +5,7 @@
 #include <string.h>
 
 enum Codes { F32, F16, BF16, INT8, E4M3, INT4, E2M1, CODES };
-enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, SILU_CLAMPED, SWIGLUOAI_HALVES, ACTIVATIONS };  // as `kernels/types.py`
+enum Activation { SILU, GELU, GELU_TANH, SWIGLUOAI, SILU_CLAMPED, SWIGLUOAI_HALVES, ACTIVATIONS };  // as `kernels/formats.py`
 enum Isa { PLAIN, AVX2, AVX512, AVX512_BF16, NEON, ISAS };
 enum Refusal {
   DONE,

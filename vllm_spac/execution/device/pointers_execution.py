@@ -222,7 +222,7 @@ class PointerExecution(Execution):
             x: [T, d] of the experts' dtype.
             weights: [T, k] float32; a pair with weight 0 is skipped.
             ids: [T, k] int32 or int64, experts of the model; all else is padding and skipped.
-            activation: one of ``kernels.types.ACTIVATIONS``.
+            activation: one of ``kernels.formats.ACTIVATIONS``.
             out: [T, d] like x, is overwritten.
             guess: as in ``Rows``.
         """

@@ -13,7 +13,7 @@ from vllm_spac.execution.base import Execution
 from vllm_spac.integration.layers import quant_schemes, triton_tiles
 from vllm_spac.integration.layers.custom_ops import run_experts
 from vllm_spac.integration.layers.staged_experts import StagedExperts
-from vllm_spac.kernels.types import activation_of
+from vllm_spac.kernels.formats import activation_of
 from vllm_spac.methods.moe_spec.control import BudgetedLayer
 from vllm_spac.methods.moe_spec.settings import RoutingRule
 

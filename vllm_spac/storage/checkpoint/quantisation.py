@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from vllm_spac.kernels.types import activation_of
+from vllm_spac.kernels.formats import activation_of
 from vllm_spac.storage.checkpoint import cpu_layouts
 from vllm_spac.storage.checkpoint.quant_config import (
     EXPERTS_IN,
