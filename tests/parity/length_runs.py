@@ -84,9 +84,7 @@ class Graphs:
         def init(execution: PointerExecution, context: Any) -> None:
             made(execution, context)
             kernels = execution.launches.kernels
-            held = {
-                name: self._kernel(getattr(kernels, name)) for name in ("grouped_gemm", "admit", "fetch", "read_early")
-            }
+            held = {name: self._kernel(getattr(kernels, name)) for name in ("grouped_gemm", "admit", "read_early")}
             execution.launches.kernels = execution.admission._kernels = kernels._replace(**held)
             if execution.ahead.layers is not None:
                 ahead = execution.ahead.layers
