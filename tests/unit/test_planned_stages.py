@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_configs import qwen3_moe
+from test_planning import CONFIG, GIB, MIB, W_E
 from typer.testing import CliRunner
 
 from vllm_spac.cli.main import app
@@ -26,19 +26,6 @@ from vllm_spac.tools.planning.planned_serving import make_plan
 from vllm_spac.tools.planning.planned_stages import StagedModel, even, stages
 from vllm_spac.tools.planning.predict import predict
 
-GIB, MIB = 1 << 30, 1 << 20
-CONFIG = qwen3_moe(
-    hidden_size=1024,
-    intermediate_size=2048,
-    moe_intermediate_size=512,
-    num_attention_heads=8,
-    head_dim=128,
-    num_hidden_layers=8,
-    num_experts=32,
-    max_position_embeddings=8192,
-    vocab_size=1000,
-)
-W_E = 3 * 1024 * 512 * 2
 LAYER = 32 * W_E  # 96 MiB
 LOAD, BUFFERS = Load(1024, 1), 590 * MIB
 

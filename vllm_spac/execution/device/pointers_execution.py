@@ -241,7 +241,7 @@ class PointerExecution(Execution):
             self.ahead.start(layer, rows)
             self.launches.compute(layer, rows, activation, out)
         except BaseException as error:  # no memory, for one: slots that were given to misses have nothing in them
-            self._unfilled = "" if captured or self.holds_all else repr(error)
+            self._unfilled = self._unfilled or ("" if captured or self.holds_all else repr(error))
             raise
         self.ahead.start_after(layer)
         return out
